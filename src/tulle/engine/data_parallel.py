@@ -235,7 +235,9 @@ class DataParallel:
             self.reducer.foresee_all(self.steps + 1)
 
     def _looked_up(self, parameter: Tensor, module: TableModule, ids: Tensor) -> None:
-        """Note a lookup, and tell the other ranks its rows if it was the last one of a group."""
+        """Note a lookup of a gradient that travels by rows, and tell these if it was the last one of a group."""
+        if not module.sparse and self._by_parameter[id(parameter)].name not in self.reducer.dense_tables:
+            return
         self.reducer.foresights[id(parameter)].note(module, ids)
         if self.syncing.is_on and module.training:
             self.reducer.foresee_looked_up(self.steps + 1)
@@ -318,7 +320,7 @@ def _looked_up(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str
     table = None if torch.compiler.is_compiling() else table_of(module)
     engine = None if table is None else engine_of(table)
     ids = arguments[0] if arguments else keywords.get("input")
-    if table is not None and engine is not None and module.sparse and torch.is_grad_enabled() and is_ids(ids):
+    if table is not None and engine is not None and torch.is_grad_enabled() and is_ids(ids):
         engine._looked_up(table, module, unwrapped(ids))
 
 

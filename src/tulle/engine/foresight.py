@@ -6,7 +6,7 @@
                 table's gradient    has it these rows? all but always: its values can leave at once
 
 What was foreseen is checked when the gradient comes: a lookup may not reach the loss, and functional lookups are not
-seen at all.
+seen at all. A dense gradient has all rows that were looked up, zeros in some of them, and must have no others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from tulle.rows import Merge, RowSparse
+from tulle.rows import Merge, RowSparse, is_row_filled
 from tulle.tables import TableModule
 
 
@@ -62,6 +62,10 @@ class Foreseen:
             return True
         return len(gradient.indices) == len(self.rows) and torch.equal(gradient.indices, self.rows)
 
+    def rows_of(self, gradient: Tensor) -> RowSparse:
+        """Of a dense gradient the rows that were looked up, whatever is in them."""
+        return RowSparse.trusted(self.rows, gradient[self.rows], len(gradient), is_coalesced=True)
+
     def _stores_ids_of(self, gradient: RowSparse) -> bool:
         if len(gradient.indices) != len(self.ids):
             return False
@@ -71,9 +75,16 @@ class Foreseen:
             return self.lookups == 1
         return torch.equal(gradient.indices, self.ids)
 
-    def is_stored(self, gradient: RowSparse) -> Tensor:
-        """`[]` bool on the device: whether a gradient, as it was stored, has the ids, as many, that were looked up."""
-        return (gradient.indices == self.ids).all()
+    def is_stored(self, gradient: RowSparse | Tensor) -> Tensor:
+        """`[]` bool on the device: whether a gradient, as it was stored, has the ids, as many, that were looked up.
+
+        Of a dense one whether all rows that were not looked up are zero.
+        """
+        if isinstance(gradient, RowSparse):
+            return (gradient.indices == self.ids).all()
+        is_filled = is_row_filled(gradient)
+        is_filled[self.rows] = False
+        return ~is_filled.any()
 
 
 class Foresight:

@@ -7,11 +7,15 @@
     end of backward         wait
 
 What was told is checked when the gradients are there; a wrong guess is told anew, by all ranks alike.
+
+A table's gradient may be dense, with few rows that are not zero (`tulle.engine.assumed_dense`): those travel, and the
+mean is written where the gradient lies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -25,6 +29,9 @@ from tulle.engine.tables import TableSync
 from tulle.rows import RowSparse
 from tulle.sync import ABSENT, Gradient, Packet, Routes, count, indices_of
 
+_MOST_FILLED = 0.5
+"""A dense gradient with more rows than this share of them is sent as it is."""
+
 
 class TableGroup:
     """Tables whose gradients come one after the other, and travel together.
@@ -33,9 +40,16 @@ class TableGroup:
         slots: Their parameters.
         sync: What all tables of the model share.
         foresights: Notes of the lookups by identity of the parameter; one that no module looks up has none.
+        dense: Names of the tables, all tables of the model, whose gradients are dense.
     """
 
-    def __init__(self, slots: Sequence[Slot], sync: TableSync, foresights: Mapping[int, Foresight]) -> None:
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        sync: TableSync,
+        foresights: Mapping[int, Foresight],
+        dense: Collection[str] = (),
+    ) -> None:
         self.slots = slots
         self.missing = len(slots)
         """Tables whose gradient has not come in this backward."""
@@ -46,7 +60,10 @@ class TableGroup:
         self._is_early = True
         self._foreseen: Sequence[Foreseen | None] = []
         self._gradients: list[Gradient] = [None] * len(slots)
-        self._unchecked: dict[int, RowSparse] = {}
+        self._are_dense = [slot.name in dense for slot in slots]
+        self._written: dict[int, Tensor] = {}
+        """By position, dense gradients of this rank, to be made the means."""
+        self._unchecked: dict[int, RowSparse | Tensor] = {}
         """By position, gradients as a GPU stored them: taken to be of the ids looked up until that is checked."""
         self._settled: Job[Routes] | None = None
         self._summed: Job[tuple[Sequence[Gradient], Packet | None]] | None = None
@@ -102,7 +119,9 @@ class TableGroup:
         # Not before: a lookup that is done again in backward would tell rows of this step anew, on some ranks only.
         sums, self._packet = self._summed.result()
         for position, (slot, total) in enumerate(zip(self.slots, sums, strict=True)):
-            if isinstance(total, RowSparse):
+            if isinstance(total, RowSparse) and self._are_dense[position]:
+                slot.parameter.grad = as_mean(_written_to(self._written.pop(position, None), total))
+            elif isinstance(total, RowSparse):
                 renormalize = self._sync.settings.renormalize.get(slot.name)
                 if renormalize is not None:
                     renormalize(total.indices)
@@ -114,6 +133,7 @@ class TableGroup:
         self._settled = self._summed = None
         self._foreseen = []
         self._unchecked.clear()
+        self._written.clear()
         self.missing = len(self.slots)
 
     def _sum(self, gradients: Sequence[Gradient]) -> tuple[Sequence[Gradient], Packet | None]:
@@ -136,7 +156,7 @@ class TableGroup:
                 return sums
             # On all ranks alike: after a first wrong guess wait for backward, after a second guess no more.
             self._is_foreseeable, self._is_early = self._is_early, False
-        told = {position: self._mean(stored.coalesce(), is_ours=False) for position, stored in self._unchecked.items()}
+        told = {position: self._mean(_coalesced(stored), is_ours=False) for position, stored in self._unchecked.items()}
         gradients = [told.get(position, gradient) for position, gradient in enumerate(gradients)]
         if self._packet is not None:
             return self._sync.sum_in_packet(gradients, self.slots, self._packet)
@@ -148,13 +168,30 @@ class TableGroup:
         if gradient is None:
             return None
         if gradient.layout == torch.strided:
-            return gradient / self._sync.axis.size
+            with torch._C.DisableTorchFunctionSubclass():  # of a part of a layer it may know that it is one's
+                return self._take_dense(position, gradient)
         rows = RowSparse.from_tensor(gradient)
         foreseen = self._foreseen[position] if self._foreseen else None
         coalesced = rows.coalesce() if foreseen is None else foreseen.coalesce(rows)
         if rows.indices.is_cuda and foreseen is not None and coalesced.indices is foreseen.rows:
             self._unchecked[position] = rows
         return self._mean(coalesced, is_ours=coalesced is not rows)
+
+    def _take_dense(self, position: int, gradient: Tensor) -> Gradient:
+        """The rows of a dense gradient in which there is something, or all of it where that is most of them."""
+        foreseen = self._foreseen[position] if self._foreseen else None
+        if self._are_dense[position] and foreseen is not None and (gradient.is_cuda or foreseen.is_stored(gradient)):
+            rows = foreseen.rows_of(gradient)
+            if gradient.is_cuda:
+                self._unchecked[position] = gradient
+        elif self._are_dense[position]:
+            rows = RowSparse.from_tensor(gradient)
+        else:
+            rows = None
+        if rows is None or (foreseen is None and len(rows.indices) > _MOST_FILLED * rows.num_rows):
+            return gradient / self._sync.axis.size
+        self._written[position] = gradient
+        return self._mean(rows, is_ours=True)
 
     def _mean(self, rows: RowSparse, *, is_ours: bool) -> RowSparse:
         """This rank's share of the mean; in place where nobody else sees the values, as fresh memory is slow."""
@@ -185,3 +222,18 @@ def _is_of(gradient: Gradient, foreseen: Foreseen | None) -> bool:
     if foreseen is None or gradient is None:
         return gradient is None and foreseen is None
     return isinstance(gradient, RowSparse) and foreseen.is_of(gradient)
+
+
+def _coalesced(stored: RowSparse | Tensor) -> RowSparse:
+    return stored.coalesce() if isinstance(stored, RowSparse) else RowSparse.from_tensor(stored)
+
+
+def _written_to(gradient: Tensor | None, total: RowSparse) -> Tensor:
+    """A dense gradient with the rows of the sum, which has all of its own; in its memory, if nobody else holds that."""
+    if gradient is None:
+        return total.to_dense()
+    held_once = object()
+    is_held = sys.getrefcount(gradient) > sys.getrefcount(held_once)
+    if is_held or torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > 1:
+        gradient = gradient.clone()
+    return gradient.index_copy_(0, total.indices.long(), total.values)

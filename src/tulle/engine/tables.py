@@ -7,7 +7,7 @@ step is in `tulle.engine.groups`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -57,12 +57,14 @@ class TableSettings:
         schemes: A scheme's name by parameter name; `"auto"`, or absent, means chosen by measured rows.
         renormalize: By parameter name, what an embedding with `max_norm` does to the rows that any rank looked up.
         wire_dtype: In which values travel; None for their own.
+        exact: Names of tables whose values travel in their own dtype all the same.
         observe_every: Measure the gradients in every one of so many steps; 0 for seldom.
     """
 
     schemes: Mapping[str, str] = field(default_factory=dict)
     renormalize: Mapping[str, Callable[[Tensor], None]] = field(default_factory=dict)
     wire_dtype: torch.dtype | None = None
+    exact: Collection[str] = ()
     observe_every: int = 0
 
 
@@ -95,7 +97,7 @@ class TableSync:
         for slot in slots:
             parameter, given = slot.parameter, self.settings.schemes.get(slot.name, AUTO)
             chooser = Chooser(self.network, self.axis.size) if given == AUTO else None
-            kind = given, parameter.shape[1], parameter.dtype
+            kind = given, parameter.shape[1], parameter.dtype, slot.name in self.settings.exact
             self._bundles[slot.name] = bundles.setdefault(kind, Bundle(given, chooser))
             self._meters[slot.name] = Meter()
 
@@ -210,7 +212,7 @@ class TableSync:
             *parameter.shape,
             dtype=parameter.dtype,
             device=parameter.device,
-            wire_dtype=self.settings.wire_dtype,
+            wire_dtype=None if slot.name in self.settings.exact else self.settings.wire_dtype,
         )
 
     def _observe(

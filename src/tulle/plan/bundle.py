@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tulle.cost import Network
 from tulle.plan.exchange import Exchange, Tariff, bundles
 from tulle.plan.plan import Plan
-from tulle.plan.work import Share, Work
+from tulle.plan.work import Share, Work, is_parameter
 from tulle.sync import AUTO
 
 
@@ -30,7 +30,7 @@ class Bundle:
 
 
 def bundles_of(plan: Plan, works: Sequence[Work], share: Share, network: Network, tariff: Tariff) -> list[Bundle]:
-    """The bundles of a plan: tables of one kind, stage and scheme. Replicas with dense gradients are in no bundle.
+    """The bundles of a plan: tables of one kind, stage and scheme. What is a parameter like others is in no bundle.
 
     Args:
         plan: What happens to each table.
@@ -42,7 +42,8 @@ def bundles_of(plan: Plan, works: Sequence[Work], share: Share, network: Network
     pieces = {work.name: work for work in works}
     found: list[Bundle] = []
     for scheme in dict.fromkeys(plan.schemes.values()):
-        tables = [tariff.table(name) for name, of_table in plan.schemes.items() if of_table == scheme]
+        named = [tariff.table(name) for name, of_table in plan.schemes.items() if of_table == scheme]
+        tables = [table for table in named if not is_parameter(table, plan)]
         of_stages: dict[int, list[tuple[str, ...]]] = {}
         for names in bundles(tables, lambda table: pieces[table.module].stage):
             of_stages.setdefault(pieces[tariff.table(names[0]).module].stage, []).append(names)

@@ -34,7 +34,8 @@ def plan_as_given(
         given: What the user gave.
         mesh: Size of each axis by name.
         shapes: Tables with sparse gradients.
-        dense: Tables with dense gradients or none, which have no scheme, but can be split.
+        dense: Tables with dense gradients or none. They are sent whole, or by rows where that is faster, unless they
+            are named: then by this scheme, whole with `"densify"`, or split.
 
     Raises:
         PlanError: If it stands for none, or is for other tables or another mesh.
@@ -109,11 +110,6 @@ def _with_schemes(
     schemes: Mapping[str, str], mesh: Mapping[str, int], shapes: Shapes, dense: Shapes, *, reason: str = "given"
 ) -> Plan:
     for name, scheme in schemes.items():
-        if name in dense and name not in shapes and check_scheme(scheme, extra=(AUTO, *PLACEMENTS)) not in PLACEMENTS:
-            raise PlanError(
-                f"the plan gives {name!r} the scheme {scheme!r}, which is for sparse gradients, and this table's are "
-                f"dense: make it with sparse=True, split it by {' or '.join(PLACEMENTS)}, or leave it out"
-            )
         if name not in shapes and name not in dense:
             known = ", ".join(shapes) or "none"
             splittable = f"; those that can be split besides: {', '.join(dense)}" if dense else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from tulle.cost import Network, all_reduce_cost, percent
+from tulle.cost import NOTHING, Network, all_reduce_cost, percent
 from tulle.plan.exchange import REPLICA, Exchange, Tariff, bundles
 from tulle.plan.plan import MODEL, Plan
 from tulle.plan.prediction import ms
@@ -55,6 +55,8 @@ class Tables:
         """
         groups = self._groups(plan)
         ways = [self._ways(names, beside, is_whole=is_whole) for names, beside in groups.items()]
+        if plan.memory.full_shard or self.share.model > 1:  # which take dense tables for parameters like others
+            ways = [self._unnamed(names, found) for names, found in zip(groups, ways, strict=True)]
         if math.prod(map(len, ways)) > MOST_COMBINATIONS:
             ways = [[min(found, key=total_of)] for found in ways]
         for combination in product(*ways):
@@ -78,7 +80,7 @@ class Tables:
         looks = self.tariff.looks(table.name, self.share.data, self.share.batches)
         options = sorted(self._ways(names, beside, is_whole=False), key=total_of)
         costs = {one.scheme: one.total for one in options}
-        if REPLICA in costs:  # in the buckets, among other dense gradients
+        if not self.tariff.table(table.name).is_sparse:  # in the buckets, among other dense gradients
             costs[REPLICA] = all_reduce_cost(looks.dense_bytes, self.network, self.share.data)
         others = ", ".join(f"{name} {ms(cost.seconds)}" for name, cost in costs.items() if name != table.scheme)
         reason = f"{percent(looks.density)} of {looks.num_rows:,} rows touched a rank and step, {self.share.data} ranks"
@@ -113,8 +115,15 @@ class Tables:
         is_whole = is_whole or scheme == AUTO  # one of the schemes, whichever
         return [one for one in found if not (is_whole and one.is_split)]
 
+    def _unnamed(self, names: Sequence[str], ways: list[Exchange]) -> list[Exchange]:
+        """Ways for tables, of which those with dense gradients are not sent by rows."""
+        if self.tariff.table(names[0]).is_sparse or names[0] in self.given:
+            return ways
+        split = [one for one in ways if one.is_split]
+        return [Exchange(REPLICA, NOTHING, NOTHING), *split] if len(split) < len(ways) else split
+
     def _planned(self, schemes: Mapping[str, str]) -> tuple[TablePlan, ...]:
-        """Of tables with sparse gradients, and of others that are split; one without a stream is left to be seen."""
+        """Of tables that are split or travel by rows; one with sparse gradients without a stream is left to be seen."""
         return tuple(
             TablePlan(table.name, table.rows, table.width, scheme)
             for table in self.profile.tables

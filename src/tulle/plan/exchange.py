@@ -13,6 +13,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from tulle.cost import NOTHING, Characteristics, Cost, Network, all_reduce_cost, work_cost
+from tulle.engine.assumed_dense import LEAST_BYTES, WORTHWHILE
 from tulle.errors import PlanError
 from tulle.presence import Remembering
 from tulle.simulate import law_of, looks
@@ -30,7 +31,7 @@ FALLBACK = "balanced"
 LOOK_WORK, PRICING_WORK = 20, 10
 """What it takes to tell what a table's gradient looks like, and to price an exchange, by lowering a task: measured."""
 REPLICA = "replica"
-"""What happens to a table whose gradient is dense, as a replica: it travels in the buckets, and there is no scheme."""
+"""What happens to a table whose gradient is dense, as a replica that is sent whole: in the buckets, by no scheme."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ class Tariff:
         """The packet in which the run-time would send few rows of some tables; None where they go by their schemes.
 
         Args:
-            names: Tables with sparse gradients, of any widths and dtypes; of others there are no packets.
+            names: Tables whose gradients travel by rows, of any widths and dtypes.
             network: Of axis `data`.
             ranks: Of axis `data`.
             batches: Measured micro-batches that each works on.
@@ -173,7 +174,7 @@ class Tariff:
             self.exchange(names, placement, network, ranks=ranks, batches=batches) for placement in first.placements
         ]
         if not first.is_sparse:
-            return [Exchange(REPLICA, NOTHING, NOTHING), *placed]
+            return [*self._of_dense(names, network, ranks, batches), *placed]
         beside = [name for name in beside if self.table(name).is_sparse]
         packet = self.packet([*names, *beside], network, ranks=ranks, batches=batches)
         if packet is None:
@@ -183,9 +184,19 @@ class Tariff:
             packet = replace(packet, values=_shrunk(packet.values, 0.0, mine / (mine + theirs)))
         return [packet, *placed]
 
+    def _of_dense(self, names: Sequence[str], network: Network, ranks: int, batches: float) -> list[Exchange]:
+        """Replicas with dense gradients: by rows where the run-time would send them so, else in the buckets."""
+        first, together = self.table(names[0]), self._together(names, ranks, batches)
+        packet = self.packet(names, network, ranks=ranks, batches=batches)
+        ways = [packet] if packet else least(self._schemes(names, network, ranks, batches))
+        rows_s = min(one.total.seconds for one in ways)
+        whole_s = all_reduce_cost(together.dense_bytes, network, ranks).seconds
+        # One that has no placements may be read past its lookups, so that all of its rows get gradients.
+        is_by_rows = bool(first.placements) and together.dense_bytes >= LEAST_BYTES and rows_s <= WORTHWHILE * whole_s
+        return ways if is_by_rows else [Exchange(REPLICA, NOTHING, NOTHING)]
+
     def _packet(self, names: Sequence[str], network: Network, ranks: int, batches: float) -> Exchange | None:
-        tables = [self.table(name) for name in names]
-        if ranks == 1 or not all(table.is_sparse and table.width for table in tables):
+        if ranks == 1 or not all(self.table(name).width for name in names):
             return None
         schemes_s = sum(
             min(one.total.seconds for one in self._schemes(of_kind, network, ranks, batches))

@@ -21,7 +21,7 @@ from tulle.pipeline.schedule import activations_at_once, checked
 from tulle.plan.exchange import Tariff
 from tulle.plan.plan import MODEL, Plan
 from tulle.plan.sharing import sharers
-from tulle.plan.work import DATA, NARROW, Share, Work, bytes_of, share_of, work_of
+from tulle.plan.work import DATA, NARROW, Share, Work, bytes_of, is_parameter, share_of, work_of
 from tulle.workload import Cluster, Profile, TableProfile
 
 
@@ -111,7 +111,7 @@ def footprints_of(
         found = [one + Footprint(transient_bytes=largest_bytes) for one in found]
     stage_of = {work.name: work.stage for work in works}
     for table in profile.tables:
-        if table.is_sparse or table.name in plan.placements:
+        if not is_parameter(table, plan):
             rank = stage_of.get(table.module, 0) % share.pipe
             found[rank] += _table(table, share, tariff, state_share, is_split=table.name in plan.placements)
     return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from tulle.cost import NOTHING, Cost, Network, all_gather_cost, all_reduce_cost
 from tulle.errors import PlanError
+from tulle.plan.exchange import DENSIFY
 from tulle.plan.plan import DATA, MODEL, PIPE, Plan
 from tulle.workload import Cluster, ModuleProfile, Profile, Split, TableProfile
 
@@ -185,12 +186,17 @@ def work_of(plan: Plan, profile: Profile, share: Share, network: Network) -> lis
 
 
 def dense_tables(plan: Plan, profile: Profile) -> dict[str, int]:
-    """Bytes of the tables that are replicas with dense gradients, by the piece that looks them up."""
+    """Bytes of the tables that are parameters like others, by the piece that looks them up."""
     found: dict[str, int] = {}
     for table in profile.tables:
-        if not table.is_sparse and table.name not in plan.placements:
+        if is_parameter(table, plan):
             found[table.module] = found.get(table.module, 0) + bytes_of(table)
     return found
+
+
+def is_parameter(table: TableProfile, plan: Plan) -> bool:
+    """Whether a table is a parameter like others: its gradient is dense, and is neither split nor sent by rows."""
+    return not table.is_sparse and plan.schemes.get(table.name, DENSIFY) == DENSIFY
 
 
 def bytes_of(table: TableProfile) -> int:
