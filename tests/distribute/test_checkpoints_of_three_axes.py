@@ -8,6 +8,7 @@ from axes_models import build, distributed, optimizers, train, worst_difference
 from torch import nn
 
 import tulle
+from cases import crossed
 from ranks import on_ranks, run_on_ranks
 from tulle.plan import Memory, Plan
 
@@ -67,9 +68,12 @@ def check_safetensors(path, plain):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("shape", [{"data": 2, "model": 2}, {"pipe": 2, "model": 2}], ids=str)
 @pytest.mark.parametrize(
-    "memory", [Memory(), Memory(full_shard=True), Memory(shard_optimizer=True)], ids=["", "full", "optimizer"]
+    ("shape", "memory"),
+    crossed(
+        [{"data": 2, "model": 2}, {"pipe": 2, "model": 2}],
+        [Memory(full_shard=True), Memory(shard_optimizer=True), Memory()],
+    ),
 )
 def test_states_of_a_plain_model_and_its_optimizer_load(shape, memory, tmp_path):
     reference = build("stack")

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import tulle
+from cases import crossed
 from ranks import on_ranks
 from tulle.errors import GradientError
 from tulle.memory import named_shards
@@ -100,8 +101,7 @@ def compare(kind, plan, **axes):
     return model
 
 
-@pytest.mark.parametrize("plan", ["rows", "columns", "full_shard"])
-@pytest.mark.parametrize("kind", [LAMB, LARS, ByRootMeanSquare])
+@pytest.mark.parametrize(("kind", "plan"), crossed([LAMB, LARS, ByRootMeanSquare], ["full_shard", "rows", "columns"]))
 @on_ranks(2, 3)
 def test_on_parts_of_tables_and_of_what_is_shared_out_they_step_as_in_one_process(kind, plan):
     model = compare(kind, plan, data=-1)

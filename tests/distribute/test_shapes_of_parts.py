@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import tulle
+from cases import crossed
 from ranks import on_ranks
 from tulle.parts import Part
 from tulle.plan import Memory, Plan
@@ -98,8 +99,7 @@ ASKED = {
 }
 
 
-@WAYS
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize(("way", "name"), crossed(["rows", "columns", "full_shard"], ASKED))
 @on_ranks(2, 3)
 def test_a_program_is_told_the_shape_of_all_of_it(way, name):
     (model, *_), (reference, _) = distributed(way), made()

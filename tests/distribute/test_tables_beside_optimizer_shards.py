@@ -8,6 +8,7 @@ from axes_models import batch_of, worst_difference
 from torch import nn
 
 import tulle
+from cases import crossed
 from ranks import on_ranks
 from tulle.plan import Memory, Plan
 from tulle.plan.table_plan import TablePlan
@@ -58,8 +59,7 @@ def states(optimizer):
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("way", ["rows", "columns", None])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "way"), crossed(OPTIMIZERS, ["rows", "columns", None]))
 def test_it_is_one_process(kind, way, tmp_path):
     mesh = tulle.init(data=-1)
     place = (mesh.rank, mesh.size)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tulle
+from cases import crossed
 from gigabit import give_network
 from models import worst_difference
 from ranks import on_ranks
@@ -97,18 +98,17 @@ def decays(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
 
 
-@pytest.mark.parametrize("optimizer_of", [adam, momentum, decays])
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        (Words, {"words.weight", "bags.weight"}),
-        (Named, {"words.weight", "bags.weight"}),
-        (Penalized, {"words.weight", "bags.weight"}),
-        (Tied, {"bags.weight"}),
-    ],
-)
+TRAVEL_BY_ROWS = {
+    Words: {"words.weight", "bags.weight"},
+    Named: {"words.weight", "bags.weight"},
+    Penalized: {"words.weight", "bags.weight"},
+    Tied: {"bags.weight"},
+}
+
+
+@pytest.mark.parametrize(("kind", "optimizer_of"), crossed(TRAVEL_BY_ROWS, [adam, momentum, decays]))
 @on_ranks(2, 3, 4)
-def test_it_is_one_process(kind, expected, optimizer_of):
+def test_it_is_one_process(kind, optimizer_of):
     mesh = tulle.init(data=-1)
     give_network(mesh["data"])
     model = build(kind)
@@ -118,7 +118,7 @@ def test_it_is_one_process(kind, expected, optimizer_of):
         assert all(p.grad is not None and p.grad.layout == torch.strided for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    assert by_rows(model) == expected
+    assert by_rows(model) == TRAVEL_BY_ROWS[kind]
     reference = build(kind)
     assert worst_difference(model, train_alone(reference, optimizer_of(reference), mesh.size))[0] < 1e-12
 

@@ -6,6 +6,7 @@ from torch import nn
 
 import models
 import tulle
+from cases import crossed
 from models import Words, batches, build
 from ranks import on_ranks
 from tulle.comm import traffic
@@ -59,8 +60,7 @@ def check_against_one_process(kind, recipe, plan, *, lookahead=False) -> None:
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("placement", ["rows", "columns"])
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.__name__)
+@pytest.mark.parametrize(("placement", "recipe"), crossed(["rows", "columns"], RECIPES))
 def test_sparse_tables_are_those_of_one_process(recipe, placement):
     check_against_one_process(Words, recipe, dict.fromkeys(["words.weight", "tags.weight"], placement))
 

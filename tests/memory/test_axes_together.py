@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import tulle
+from cases import crossed
 from ranks import on_ranks
 from tulle import memory, tensor_parallel
 from tulle.engine import DataParallel, TableSettings
@@ -57,8 +58,9 @@ def clip_split(model):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("saving", ["nothing", "optimizer", "recompute", "offload", "everything"])
+@pytest.mark.parametrize(
+    ("sequence", "saving"), crossed([False, True], ["nothing", "optimizer", "recompute", "offload", "everything"])
+)
 def test_data_by_model_is_one_process(sequence, saving):
     reference, expected = make()
     train(reference, expected, clip_whole)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from cases import crossed
 from tulle.errors import ModelError
 from tulle.memory import Memory, estimate, lines, measure_peak_bytes, recompute
 from tulle.memory.estimate import default_loss, tensor_bytes
@@ -69,8 +70,9 @@ def measured(model, optimizer, sample):
     return standing + measure_peak_bytes(step, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("make", [encoder, network, pictures, reads_values, language_model, recurrent])
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize(
+    ("make", "kind"), crossed([encoder, network, pictures, reads_values, language_model, recurrent], ["AdamW", "SGD"])
+)
 def test_the_peak_is_that_of_the_allocator(make, kind):
     torch.manual_seed(0)
     model, sample = make()

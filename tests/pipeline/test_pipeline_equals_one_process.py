@@ -21,6 +21,7 @@ from pipeline_networks import (
 )
 
 import tulle
+from cases import crossed
 from ranks import on_ranks
 from tulle import pipeline
 from tulle.pipeline import placement_of
@@ -46,8 +47,7 @@ def test_modules_dealt_against_the_order_in_which_they_run():
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-@pytest.mark.parametrize("stages_a_rank", [1, 2])
+@pytest.mark.parametrize(("schedule", "stages_a_rank"), crossed(["gpipe", "1f1b", "zb-h1"], [2, 1]))
 def test_every_schedule(schedule, stages_a_rank):
     mesh = tulle.init(pipe=-1)
     for kind in (Chain, Translator, TiedEnds):

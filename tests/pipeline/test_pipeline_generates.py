@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import tulle
+from cases import crossed
 from ranks import on_ranks
 from tulle import pipeline
 
@@ -85,8 +86,9 @@ KINDS = {"GPT2": "GPT2LMHeadModel", "T5": "T5ForConditionalGeneration"}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("family", list(STAGES))
-@pytest.mark.parametrize("ways", [{}, {"num_beams": 3}, {"num_beams": 3, "use_cache": False}])
+@pytest.mark.parametrize(
+    ("family", "ways"), crossed(STAGES, [{}, {"num_beams": 3}, {"num_beams": 3, "use_cache": False}])
+)
 @pytest.mark.filterwarnings("ignore")
 def test_hugging_face_generates(family, ways):
     hf = pytest.importorskip("transformers")

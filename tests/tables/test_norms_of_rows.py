@@ -7,6 +7,7 @@ from torch.nn import functional
 from torch.optim import SGD
 
 import tulle
+from cases import crossed
 from models import batches
 from ranks import on_ranks
 from tulle.errors import ModelError
@@ -62,8 +63,7 @@ PENALTIES = {
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize(("write", "penalty"), crossed(WRITES, PENALTIES))
 def test_norms_of_rows_are_those_of_one_process(write, penalty):
     mesh = tulle.init(data=-1)
     torch.manual_seed(0)

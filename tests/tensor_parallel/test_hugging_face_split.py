@@ -172,8 +172,14 @@ def skip_uneven(name: str) -> None:
         pytest.skip("6 heads of keys and values are not for 4 ranks")
 
 
+LIKE_OTHERS = {"gpt2 untied", "roberta", "t5 gated", "mistral", "qwen2", "gemma", "mt5", "deberta v2", "opt"}
+"""Of which another model goes the same way, and more."""
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LIKE_OTHERS)) for name in MODELS]
+)
 def test_models_of_transformers_are_split(name):
     check_exact(build(name), loss)
 
