@@ -1,4 +1,4 @@
-"""Which dense gradients travel by rows: of tables that are looked up most rows are zero, whatever the type says.
+"""Dense gradients that travel by rows, because most of theirs are zero, as those of tables that are looked up are.
 
 `nn.Embedding` gives a dense gradient unless it was made with `sparse=True`, and everybody sends it whole: of 100,000
 rows, say, of which 2,000 are not zero. After the first backward the ranks tell how many rows each has of it. Where
@@ -40,6 +40,7 @@ def filled_rows(gradients: Mapping[str, Tensor]) -> dict[str, int]:
         name: int(is_row_filled(gradient).sum())
         for name, gradient in gradients.items()
         if type(gradient) is Tensor
+        and gradient.is_floating_point()
         and gradient.layout == torch.strided
         and gradient.dim() == 2
         and gradient.nbytes >= LEAST_BYTES

@@ -236,9 +236,10 @@ class DataParallel:
 
     def _looked_up(self, parameter: Tensor, module: TableModule, ids: Tensor) -> None:
         """Note a lookup of a gradient that travels by rows, and tell these if it was the last one of a group."""
-        if not module.sparse and self._by_parameter[id(parameter)].name not in self.reducer.dense_tables:
+        slot, foresight = self.slot_of(parameter), self.reducer.foresights.get(id(parameter))
+        if slot is None or foresight is None or not (module.sparse or slot.name in self.reducer.dense_tables):
             return
-        self.reducer.foresights[id(parameter)].note(module, ids)
+        foresight.note(module, ids)
         if self.syncing.is_on and module.training:
             self.reducer.foresee_looked_up(self.steps + 1)
 

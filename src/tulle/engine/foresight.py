@@ -64,7 +64,8 @@ class Foreseen:
 
     def rows_of(self, gradient: Tensor) -> RowSparse:
         """Of a dense gradient the rows that were looked up, whatever is in them."""
-        return RowSparse.trusted(self.rows, gradient[self.rows], len(gradient), is_coalesced=True)
+        values = gradient.index_select(0, self.rows)
+        return RowSparse.trusted(self.rows, values, len(gradient), is_coalesced=True)
 
     def _stores_ids_of(self, gradient: RowSparse) -> bool:
         if len(gradient.indices) != len(self.ids):

@@ -234,6 +234,7 @@ def _written_to(gradient: Tensor | None, total: RowSparse) -> Tensor:
         return total.to_dense()
     held_once = object()
     is_held = sys.getrefcount(gradient) > sys.getrefcount(held_once)
-    if is_held or torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > 1:
+    is_seen = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) > 1
+    if is_held or is_seen or not torch.ops.aten.is_non_overlapping_and_dense(gradient):
         gradient = gradient.clone()
     return gradient.index_copy_(0, total.indices.long(), total.values)
