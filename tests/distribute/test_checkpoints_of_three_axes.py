@@ -8,7 +8,7 @@ from axes_models import build, distributed, optimizers, train, worst_difference
 from torch import nn
 
 import tulle
-from cases import crossed
+from crossing import crossed
 from ranks import on_ranks, run_on_ranks
 from tulle.plan import Memory, Plan
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import tulle
-from cases import crossed
+from crossing import crossed
 from ranks import on_ranks
 from tulle.parts import Part
 from tulle.plan import Memory, Plan

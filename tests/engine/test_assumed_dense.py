@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import tulle
-from cases import crossed
+from crossing import crossed
 from gigabit import give_network
 from models import worst_difference
 from ranks import on_ranks

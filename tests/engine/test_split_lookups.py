@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, SparseAdam
 from torch.utils.checkpoint import checkpoint
 
 import tulle
-from cases import crossed
+from crossing import crossed
 from models import batches
 from ranks import on_ranks
 from tulle.engine import lookup_gradients

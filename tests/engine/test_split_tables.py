@@ -6,7 +6,7 @@ from torch import nn
 
 import models
 import tulle
-from cases import crossed
+from crossing import crossed
 from models import Words, batches, build
 from ranks import on_ranks
 from tulle.comm import traffic

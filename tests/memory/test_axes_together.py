@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 import tulle
-from cases import crossed
+from crossing import crossed
 from ranks import on_ranks
 from tulle import memory, tensor_parallel
 from tulle.engine import DataParallel, TableSettings

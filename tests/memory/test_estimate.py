@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cases import crossed
+from crossing import crossed
 from tulle.errors import ModelError
 from tulle.memory import Memory, estimate, lines, measure_peak_bytes, recompute
 from tulle.memory.estimate import default_loss, tensor_bytes

@@ -21,7 +21,7 @@ from pipeline_networks import (
 )
 
 import tulle
-from cases import crossed
+from crossing import crossed
 from ranks import on_ranks
 from tulle import pipeline
 from tulle.pipeline import placement_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import tulle
-from cases import crossed
+from crossing import crossed
 from ranks import on_ranks
 from tulle import pipeline
 

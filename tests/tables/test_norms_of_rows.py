@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch.optim import SGD
 
 import tulle
-from cases import crossed
+from crossing import crossed
 from models import batches
 from ranks import on_ranks
 from tulle.errors import ModelError
