@@ -44,6 +44,17 @@ class Named(Words):
         return torch.tanh(self.out(found)).mean()
 
 
+class Mixed(Words):
+    """One of them as a parameter that no module looks up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + self.named[ids].mean().square()
+
+
 class Penalized(Words):
     """All rows of a table get gradients in some steps."""
 
@@ -143,6 +154,21 @@ def test_rows_are_sent_and_told_ahead_and_the_plan_says_so():
     explained = tulle.plan(model, optimizer).explain()
     assert "words.weight" in explained
     assert "bags.weight" in explained
+
+
+@on_ranks(2)
+def test_a_table_that_no_module_looks_up_does_not_keep_others_from_being_told_ahead():
+    mesh = tulle.init(data=-1)
+    give_network(mesh["data"])
+    model, reference = build(Mixed), build(Mixed)
+    model, optimizer = tulle.distribute(model, adam(model), mesh)
+    for step in range(STEPS):
+        model(batch(mesh.rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    told = {slot.name: group._is_foreseeable for group in engine_of(model).reducer.groups for slot in group.slots}
+    assert told == {"words.weight": True, "bags.weight": True, "named": False}
+    assert worst_difference(model, train_alone(reference, adam(reference), 2))[0] < 1e-12
 
 
 @on_ranks(2)

@@ -208,14 +208,16 @@ class Reducer:
         sync = TableSync(self.axis, probe(self.home), settings, self.ledger)
         sync.begin_step(step)
         groups: list[list[Slot]] = []
-        dense_bytes = GROUPED_BYTES
+        dense_bytes, was_unforeseen = GROUPED_BYTES, False
         for name in order:
             slot = self.slots[name]
             if name not in self.tables:
                 dense_bytes += slot.parameter.nbytes
                 continue
-            if dense_bytes >= GROUPED_BYTES:
+            # What no module looks up is foreseen by nobody, and would keep the others from being told ahead.
+            is_unforeseen = name in self.dense_tables and id(slot.parameter) not in self.foresights
+            if dense_bytes >= GROUPED_BYTES or is_unforeseen != was_unforeseen:
                 groups.append([])
             groups[-1].append(slot)
-            dense_bytes = 0
+            dense_bytes, was_unforeseen = 0, is_unforeseen
         return sync, [TableGroup(group, sync, self.foresights, self.dense_tables) for group in groups]
