@@ -133,10 +133,9 @@ def in_force(plan: Plan, model: nn.Module, engine: DataParallel) -> Plan:
     """The plan of a model with the choices that the run has made since, also for dense gradients that go by rows."""
     chosen, measured = engine.ledger.choices, engine.ledger.measured
     known = {table.name: table for table in plan.tables}
-    # A table that a plan names is kept whole by the layers of axis `model`.
-    found = [] if plan.mesh.get(MODEL, 1) > 1 else [name for name in tables_of(model) if name in chosen]
-    found = [name for name in found if name not in known]
-    known |= {name: TablePlan(name, *shape_of(model, name), AUTO) for name in found}
+    unnamed = chosen.keys() - known.keys()
+    if unnamed and plan.mesh.get(MODEL, 1) == 1:  # of which the layers keep tables whole that a plan names
+        known |= {name: TablePlan(name, *shape_of(model, name), AUTO) for name in tables_of(model) if name in unnamed}
     tables = [table.with_choice(chosen.get(table.name), measured.get(table.name)) for table in known.values()]
     return replace(plan, tables=tuple(tables), network=plan.network or engine.ledger.network)
 

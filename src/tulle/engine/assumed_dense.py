@@ -21,7 +21,7 @@ from tulle.cost import Characteristics, Cost, Network, all_reduce_cost, percent
 from tulle.engine.slots import Slot
 from tulle.engine.tables import TableSettings
 from tulle.rows import is_row_filled
-from tulle.sync import AUTO, choose_together
+from tulle.sync import AUTO, DENSIFY, choose_together
 
 logger = logging.getLogger("tulle")
 LEAST_BYTES = 2**20
@@ -71,9 +71,8 @@ def travel_by_rows(
         held = tuple(of_rank.get(name, 0) for of_rank in told)
         looks = Characteristics(num_rows, width, slots[name].parameter.itemsize, held)
         rows_s = by_rows(looks, network).seconds
-        whole_s = all_reduce_cost(looks.dense_bytes, network, len(told)).seconds
-        is_faster = any(held) and rows_s <= WORTHWHILE * whole_s
-        if given == "densify" or (given == AUTO and not is_faster):
+        is_faster = any(held) and is_worthwhile(rows_s, looks, network)
+        if given == DENSIFY or (given == AUTO and not is_faster):
             continue
         chosen.add(name)
         if says:
@@ -84,7 +83,7 @@ def travel_by_rows(
                 percent(looks.density),
                 f"{num_rows:,}",
                 rows_s * 1e3,
-                whole_s * 1e3,
+                whole(looks, network).seconds * 1e3,
             )
     return chosen
 
@@ -96,3 +95,13 @@ def by_rows(looks: Characteristics, network: Network) -> Cost:
     """
     [choice] = choose_together([looks], network, len(looks.rows_per_rank))
     return dict(choice.candidates)[choice.scheme]
+
+
+def whole(looks: Characteristics, network: Network) -> Cost:
+    """What it takes that is sent as it is, in a bucket."""
+    return all_reduce_cost(looks.dense_bytes, network, len(looks.rows_per_rank))
+
+
+def is_worthwhile(rows_s: float, looks: Characteristics, network: Network) -> bool:
+    """Whether a gradient that takes so many seconds by rows is to be sent so."""
+    return looks.dense_bytes >= LEAST_BYTES and rows_s <= WORTHWHILE * whole(looks, network).seconds

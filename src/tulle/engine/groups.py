@@ -179,17 +179,17 @@ class TableGroup:
 
     def _take_dense(self, position: int, gradient: Tensor) -> Gradient:
         """The rows of a dense gradient in which there is something, or all of it where that is most of them."""
+        if not self._are_dense[position]:
+            return gradient / self._sync.axis.size
         foreseen = self._foreseen[position] if self._foreseen else None
-        if self._are_dense[position] and foreseen is not None and (gradient.is_cuda or foreseen.is_stored(gradient)):
+        if foreseen is not None and (gradient.is_cuda or foreseen.is_stored(gradient)):
             rows = foreseen.rows_of(gradient)
             if gradient.is_cuda:
                 self._unchecked[position] = gradient
-        elif self._are_dense[position]:
-            rows = RowSparse.from_tensor(gradient)
         else:
-            rows = None
-        if rows is None or (foreseen is None and len(rows.indices) > _MOST_FILLED * rows.num_rows):
-            return gradient / self._sync.axis.size
+            rows = RowSparse.from_tensor(gradient)
+            if foreseen is None and len(rows.indices) > _MOST_FILLED * rows.num_rows:
+                return gradient / self._sync.axis.size
         self._written[position] = gradient
         return self._mean(rows, is_ours=True)
 

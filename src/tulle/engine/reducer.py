@@ -182,9 +182,8 @@ class Reducer:
     def _take_dense_tables(self, told: Sequence[Mapping[str, int]]) -> None:
         """Have dense gradients travel by rows where that is faster."""
         if any(told):
-            speaks = self.axis.rank == 0
-            rows_of = travel_by_rows(told, self.slots, self.settings, probe(self.home), says=speaks)
-            self.dense_tables = rows_of - self.tables
+            found = travel_by_rows(told, self.slots, self.settings, probe(self.home), says=self.axis.rank == 0)
+            self.dense_tables = found - self.tables
             self.tables |= self.dense_tables
 
     def _buckets(self, slots: Sequence[Slot]) -> list[Bucket]:

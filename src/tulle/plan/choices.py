@@ -54,9 +54,7 @@ class Tables:
             is_whole: Whether every rank must have every table whole.
         """
         groups = self._groups(plan)
-        ways = [self._ways(names, beside, is_whole=is_whole) for names, beside in groups.items()]
-        if plan.memory.full_shard or self.share.model > 1:  # which take dense tables for parameters like others
-            ways = [self._unnamed(names, found) for names, found in zip(groups, ways, strict=True)]
+        ways = [self._ways(plan, names, beside, is_whole=is_whole) for names, beside in groups.items()]
         if math.prod(map(len, ways)) > MOST_COMBINATIONS:
             ways = [[min(found, key=total_of)] for found in ways]
         for combination in product(*ways):
@@ -65,7 +63,7 @@ class Tables:
 
     def is_complete(self, plan: Plan) -> bool:
         """Whether `all` gives all combinations."""
-        ways = [self._ways(names, beside, is_whole=False) for names, beside in self._groups(plan).items()]
+        ways = [self._ways(plan, names, beside, is_whole=False) for names, beside in self._groups(plan).items()]
         return math.prod(map(len, ways)) <= MOST_COMBINATIONS
 
     def told(self, plan: Plan) -> Plan:
@@ -74,11 +72,11 @@ class Tables:
             reason = f"one rank along {DATA} has all gradients"
             return replace(plan, tables=tuple(replace(table, reason=reason) for table in plan.tables))
         groups = {name: (names, beside) for names, beside in self._groups(plan).items() for name in names}
-        return replace(plan, tables=tuple(self._told(table, *groups[table.name]) for table in plan.tables))
+        return replace(plan, tables=tuple(self._told(plan, table, *groups[table.name]) for table in plan.tables))
 
-    def _told(self, table: TablePlan, names: Sequence[str], beside: Sequence[str]) -> TablePlan:
+    def _told(self, plan: Plan, table: TablePlan, names: Sequence[str], beside: Sequence[str]) -> TablePlan:
         looks = self.tariff.looks(table.name, self.share.data, self.share.batches)
-        options = sorted(self._ways(names, beside, is_whole=False), key=total_of)
+        options = sorted(self._ways(plan, names, beside, is_whole=False), key=total_of)
         costs = {one.scheme: one.total for one in options}
         if not self.tariff.table(table.name).is_sparse:  # in the buckets, among other dense gradients
             costs[REPLICA] = all_reduce_cost(looks.dense_bytes, self.network, self.share.data)
@@ -106,21 +104,17 @@ class Tables:
         }
         return found | {(table.name,): [] for table in seen if table.name in self.given}
 
-    def _ways(self, names: Sequence[str], beside: Sequence[str], *, is_whole: bool) -> list[Exchange]:
+    def _ways(self, plan: Plan, names: Sequence[str], beside: Sequence[str], *, is_whole: bool) -> list[Exchange]:
         ranks, batches = self.share.data, self.share.batches
         scheme = self.given.get(names[0], "")
         if scheme and scheme != AUTO:
             return [self.tariff.exchange(names, scheme, self.network, ranks=ranks, batches=batches)]
         found = self.tariff.options(names, self.network, ranks=ranks, batches=batches, beside=beside)
+        is_dense = not self.tariff.table(names[0]).is_sparse and not scheme
+        if is_dense and (plan.memory.full_shard or self.share.model > 1):  # which take it for a parameter like others
+            found = [Exchange(REPLICA, NOTHING, NOTHING), *(one for one in found if one.is_split)]
         is_whole = is_whole or scheme == AUTO  # one of the schemes, whichever
         return [one for one in found if not (is_whole and one.is_split)]
-
-    def _unnamed(self, names: Sequence[str], ways: list[Exchange]) -> list[Exchange]:
-        """Ways for tables, of which those with dense gradients are not sent by rows."""
-        if self.tariff.table(names[0]).is_sparse or names[0] in self.given:
-            return ways
-        split = [one for one in ways if one.is_split]
-        return [Exchange(REPLICA, NOTHING, NOTHING), *split] if len(split) < len(ways) else split
 
     def _planned(self, schemes: Mapping[str, str]) -> tuple[TablePlan, ...]:
         """Of tables that are split or travel by rows; one with sparse gradients without a stream is left to be seen."""

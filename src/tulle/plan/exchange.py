@@ -13,11 +13,11 @@ from math import inf
 from typing import Any, TypeVar
 
 from tulle.cost import NOTHING, Characteristics, Cost, Network, all_reduce_cost, work_cost
-from tulle.engine.assumed_dense import LEAST_BYTES, WORTHWHILE
+from tulle.engine.assumed_dense import is_worthwhile
 from tulle.errors import PlanError
 from tulle.presence import Remembering
 from tulle.simulate import law_of, looks
-from tulle.sync import AUTO, FLAT, compared, scheme_named
+from tulle.sync import AUTO, DENSIFY, FLAT, compared, scheme_named
 from tulle.sync.packet import is_in_packets, packet_cost
 from tulle.tables import PLACEMENTS
 from tulle.workload import Profile, TableProfile
@@ -25,7 +25,6 @@ from tulle.workload import Profile, TableProfile
 T = TypeVar("T")
 HOPELESS = 3.0
 """A scheme that must take so many times what a placement takes is not looked at: on many ranks a look takes long."""
-DENSIFY = "densify"
 FALLBACK = "balanced"
 """The scheme of replicas where none is worth a look."""
 LOOK_WORK, PRICING_WORK = 20, 10
@@ -190,9 +189,8 @@ class Tariff:
         packet = self.packet(names, network, ranks=ranks, batches=batches)
         ways = [packet] if packet else least(self._schemes(names, network, ranks, batches))
         rows_s = min(one.total.seconds for one in ways)
-        whole_s = all_reduce_cost(together.dense_bytes, network, ranks).seconds
         # One that has no placements may be read past its lookups, so that all of its rows get gradients.
-        is_by_rows = bool(first.placements) and together.dense_bytes >= LEAST_BYTES and rows_s <= WORTHWHILE * whole_s
+        is_by_rows = bool(first.placements) and is_worthwhile(rows_s, together, network)
         return ways if is_by_rows else [Exchange(REPLICA, NOTHING, NOTHING)]
 
     def _packet(self, names: Sequence[str], network: Network, ranks: int, batches: float) -> Exchange | None:

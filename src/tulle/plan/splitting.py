@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tulle.cost import Characteristics, Network, all_reduce_cost, percent
-from tulle.sync import Choice, choose_together
+from tulle.sync import DENSIFY, Choice, choose_together
 from tulle.tables import PLACEMENTS
 
 WORTHWHILE = 0.8
 """A split must be predicted to take at most so much of a replica's seconds: it changes what a rank holds."""
 NEARLY = 1.1
 """Placements within this factor are no reason to take one that stands later in the registry."""
-DENSE = "densify"
-"""What happens to the gradient of a replica that is dense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +75,11 @@ def _dense(looks: list[Characteristics], network: Network, ranks: int) -> list[C
     cost = all_reduce_cost(sum(look.dense_bytes for look in looks), network, ranks)
     return [
         Choice(
-            DENSE,
+            DENSIFY,
             f"{percent(look.density)} of {look.num_rows:,} rows looked up a rank and step: dense gradients take "
             f"{cost.seconds * 1e3:.3g} ms",
             look,
-            ((DENSE, cost),),
+            ((DENSIFY, cost),),
         )
         for look in looks
     ]

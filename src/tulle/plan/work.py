@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from tulle.cost import NOTHING, Cost, Network, all_gather_cost, all_reduce_cost
 from tulle.errors import PlanError
-from tulle.plan.exchange import DENSIFY
 from tulle.plan.plan import DATA, MODEL, PIPE, Plan
+from tulle.sync import DENSIFY
 from tulle.workload import Cluster, ModuleProfile, Profile, Split, TableProfile
 
 NARROW = 0.5

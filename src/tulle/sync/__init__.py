@@ -20,6 +20,7 @@ from tulle.sync.reduce import (
 )
 from tulle.sync.schemes import (
     AUTO,
+    DENSIFY,
     FLAT,
     SCHEMES,
     Choice,
@@ -36,6 +37,7 @@ __all__ = [
     "AUTO",
     "COUNTS",
     "DENSE",
+    "DENSIFY",
     "FLAT",
     "SCHEMES",
     "Choice",

@@ -22,10 +22,10 @@ from tulle.sync.protocol import Scheme
 AUTO = "auto"
 ALIKE = 1.02
 """Predictions within this factor are no reason to prefer one."""
-HIERARCHICAL = "hierarchical"
+HIERARCHICAL, DENSIFY = "hierarchical", "densify"
 
 FLAT: dict[str, Scheme] = {
-    "densify": densify,
+    DENSIFY: densify,
     "allgather": allgather,
     "recursive_doubling": recursive_doubling,
     "ring": ring,
@@ -118,7 +118,7 @@ def choose_together(looks: Sequence[Characteristics], network: Network, ranks: i
     # Of what is alike by prediction, the one that stands first in the registry: the simplest.
     best = next(name for name in costs if costs[name].seconds <= ALIKE * costs[ordered[0]].seconds)
     others = [name for name in ordered if name != best]
-    told = [*others[:2], *({"densify"} & {*others[2:]})]  # what DDP would do with a dense gradient is always told
+    told = [*others[:2], *({DENSIFY} & {*others[2:]})]  # what DDP would do with a dense gradient is always told
     than = ", ".join(f"{name} {_ms(costs[name])}" for name in told)
     company = f" as one with {_count(len(looks) - 1, 'other table')}" if len(looks) > 1 else ""
     held_rows = max(1, sum(together.rows_per_rank))
